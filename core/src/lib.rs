@@ -1,0 +1,9 @@
+//! The sans-IO core of `uring-serve`: it decides, and does no IO.
+#![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+#[cfg(feature = "fuzzing")]
+pub mod limits;
+pub mod time;
