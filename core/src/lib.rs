@@ -5,5 +5,6 @@
 extern crate alloc;
 
 #[cfg(feature = "fuzzing")]
+pub mod http1;
 pub mod limits;
 pub mod time;
