@@ -7,4 +7,5 @@ extern crate alloc;
 #[cfg(feature = "fuzzing")]
 pub mod http1;
 pub mod limits;
+pub mod sched;
 pub mod time;
