@@ -8,8 +8,11 @@ use core::time::Duration;
 
 use uring_serve_core::sched::{Plan, SlotId};
 
+pub mod model;
+pub mod reference;
 pub mod sample;
 pub mod sim;
+pub mod weights;
 
 /// What a server must know of the model behind a [`Backend`].
 #[derive(Clone, Debug, PartialEq)]
