@@ -8,6 +8,7 @@ use core::time::Duration;
 
 use uring_serve_core::sched::{Plan, SlotId};
 
+pub mod cpu;
 pub mod model;
 pub mod reference;
 pub mod sample;
