@@ -2,12 +2,14 @@
 //!
 //! A library, so that tests and benchmarks start servers in their own process.
 
+pub mod api;
 pub mod args;
 mod bufs;
 pub mod clock;
 pub mod config;
 mod conn;
 pub mod counters;
+pub mod engine;
 pub mod failure;
 pub mod journal;
 pub mod listen;
