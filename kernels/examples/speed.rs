@@ -64,7 +64,7 @@ fn seconds(backend: &mut Cpu, count: u32, prompt: u32, output: u32) -> Result<(f
     while let Some(step) = planner.begin_step(&mut plan) {
         for &(seq, slot) in &plan.started {
             let ids: Vec<u32> = (0..prompt).map(|i| (i * 7919 + seq.get() as u32) % 40_000 + 100).collect();
-            let sampler = Sampler::new(greedy(), &ids);
+            let sampler = Sampler::new(SamplingParams::greedy(), &ids);
             sequences.insert(slot, Sequence { tokens: ids, sampler });
         }
         let begun = Instant::now();
@@ -91,22 +91,6 @@ fn seconds(backend: &mut Cpu, count: u32, prompt: u32, output: u32) -> Result<(f
         left.iter().for_each(|&(_, slot)| drop(sequences.remove(slot)));
     }
     Ok((prefill, decode))
-}
-
-fn greedy() -> SamplingParams {
-    SamplingParams {
-        temperature: 0.0,
-        top_p: 1.0,
-        top_k: None,
-        min_p: 0.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        repetition_penalty: 1.0,
-        logit_bias: Vec::new(),
-        seed: 0,
-        min_tokens: 0,
-        banned_until_min: Vec::new(),
-    }
 }
 
 const SHAPE: Shape =
